@@ -72,10 +72,10 @@ class VLLMEngineConfig:
         cards: where engines run that have cards of their own, see :class:`EngineConfig`.
         adapters: how adapters (LoRA) come to the engine, see :class:`EngineConfig`.
         progress_seconds: longest silence of a busy process, see :class:`EngineConfig`.
-        args: further arguments of ``vllm.EngineArgs``, passed on as they are.
+        args: further arguments of ``vllm.EngineArgs``, passed on as they are (:mod:`lit_grpo.engines.vllm.arguments`).
     """
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: Annotated[int | None, Bound(least=1)] = None
     max_num_seqs: Annotated[int, Bound(least=1)] = 256
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
@@ -96,11 +96,11 @@ class VLLMServerEngineConfig:
         max_model_len: longest prompt plus completion, in tokens; None: as long as the run's settings need.
         max_num_seqs: completions sampled at once.
         gpu_memory_utilization: share of the card's memory for weights and key-value cache.
-        args: further arguments of ``vllm serve``, with underscores.
+        args: further arguments of ``vllm serve``, with underscores (:mod:`lit_grpo.engines.vllm.arguments`).
         server: which server, and what happens when it fails.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: Annotated[int | None, Bound(least=1)] = None
     max_num_seqs: Annotated[int, Bound(least=1)] = 256
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4
@@ -143,7 +143,8 @@ class EngineConfig:
             or, ``hot``, the adapters alone, which vLLM then computes beside weights that it was given once.
         progress_seconds: vllm with ``processes`` only: a process that has something to do and neither takes a step nor
             answers for so long hangs; it is killed and started again, and what it had not finished is asked again.
-        args: vllm engines only: further engine arguments, passed on as they are.
+        args: vllm engines only: further engine arguments, passed on as they are. Those that would make other numbers,
+            or have a key of their own, are refused.
         server: vllm_server only: which server, and what happens when it fails.
     """
 
@@ -151,7 +152,7 @@ class EngineConfig:
     custom_engine: str | None = None
     init_args: dict[str, Any] = field(default_factory=dict)
     batch_size: Annotated[int, Bound(least=1)] = 512
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: Annotated[int | None, Bound(least=1)] = None
     max_num_seqs: Annotated[int, Bound(least=1)] = 256
     gpu_memory_utilization: Annotated[float, Bound(above=0, most=1)] = 0.4

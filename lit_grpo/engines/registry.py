@@ -37,12 +37,13 @@ class EngineEntry:
 
 def _check_vllm(config: VLLMEngineConfig, lora: Any) -> None:
     from lit_grpo.engines.vllm.adapters import adapter_rank
+    from lit_grpo.engines.vllm.arguments import check_arguments
     from lit_grpo.engines.vllm.start import check_in_process
-    from lit_grpo.engines.vllm_processes.settings import check_arguments, check_cards
+    from lit_grpo.engines.vllm_processes.settings import check_cards
 
-    adapter_rank(lora, config)
     check_in_process()
     check_arguments(config.args)
+    adapter_rank(lora, config)
     check_cards(config)
 
 

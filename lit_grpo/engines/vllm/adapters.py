@@ -63,14 +63,6 @@ def adapter_rank(lora: Any, config: VLLMEngineConfig) -> int | None:
             where=KEY,
             remedy="data.engine.sleep: 1, which keeps them in main memory; or " + _MERGED,
         )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if config.args.get(name) not in (None, 1):
-            raise UserError(
-                f"adapters are sent by themselves to an engine on one card alone, and args.{name} is "
-                f"{config.args[name]}",
-                where=KEY,
-                remedy=_MERGED,
-            )
     return int(lora.rank)
 
 

@@ -269,6 +269,8 @@ class VLLMEngine:
         gc.freeze()
         batch: Batch | None = None
         try:
+            # The first of it is asked for now, which may be long after the call.
+            self._require_weights()
             batch = self._submit(requests, sampling)
             missing = len(batch.keys)
             while missing:
@@ -334,17 +336,16 @@ class VLLMEngine:
         return len(self._running_samples)
 
     def _check(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        self._require_open()
-        if self._unusable:
-            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
+        self._require_weights()
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
 
     def step(self) -> None:
         """Run one forward pass for all running samples, and put those that ended with it into their batches.
 
         Raises:
-            EngineError: vLLM failed, or what it says of a sample contradicts itself.
+            EngineError: the engine is closed, vLLM failed, or what it says of a sample contradicts itself.
         """
+        self._require_open()
         # vLLM's CPU sampler draws global random numbers even where every request has its own seed.
         random_state = torch.get_rng_state() if self.on_cpu else None
         try:
@@ -538,6 +539,11 @@ class VLLMEngine:
     def _require_open(self) -> None:
         if self._llm is None:
             raise EngineError("the engine is closed")
+
+    def _require_weights(self) -> None:
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the engine must be given weights before it can sample: {self._unusable}")
 
 
 def _sampling_params(sampling: Sampling, end_token_ids: Sequence[int], seed: int) -> Any:

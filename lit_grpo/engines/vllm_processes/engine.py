@@ -145,10 +145,7 @@ class VLLMProcesses:
             EngineError: the engine is closed or holds no usable weights, vLLM failed while sampling, or processes died
                 again and again.
         """
-        self._require_open()
-        unusable = "its processes died again and again" if self._group.gave_up else self._unusable
-        if unusable:
-            raise EngineError(f"the engine must be given weights before it can sample: {unusable}")
+        self._require_weights()
         vocab_size = self._group.facts["vocab_size"]
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=vocab_size)
         if sampling.stop and not self._has_tokenizer:
@@ -156,7 +153,8 @@ class VLLMProcesses:
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
-        self._require_open()
+        # The first of it is asked for now, which may be long after the call.
+        self._require_weights()
         generation = next(self._numbers)
         inbox = self._inboxes[generation] = deque()
         try:
@@ -271,6 +269,12 @@ class VLLMProcesses:
     def _require_open(self) -> None:
         if self._group.closed:
             raise EngineError("the engine is closed")
+
+    def _require_weights(self) -> None:
+        self._require_open()
+        unusable = "its processes died again and again" if self._group.gave_up else self._unusable
+        if unusable:
+            raise EngineError(f"the engine must be given weights before it can sample: {unusable}")
 
 
 def _watched(weights: NamedWeights, broke_off: list[Exception]) -> NamedWeights:

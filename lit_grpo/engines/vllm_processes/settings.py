@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lit_grpo.engines.config import EngineConfig, VLLMEngineConfig, VLLMServerEngineConfig
+from lit_grpo.engines.vllm.arguments import check_alone
 from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
 from lit_grpo.engines.vllm_processes.cards import environment_on_card
@@ -19,36 +20,16 @@ from lit_grpo.errors import UserError
 
 _CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
-_SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-
-
-def check_arguments(args: Mapping[str, Any]) -> None:
-    """Check the further arguments of an engine that each rank of a run has for itself.
-
-    Raises:
-        UserError: one spreads an engine over several cards.
-    """
-    # In one process vLLM spreads an engine over the ranks that call it alike, and the ranks of a run each have their
-    # own prompts: they would wait for each other for ever.
-    for name in _SPREAD:
-        if args.get(name) not in (None, 1):
-            raise UserError(
-                f"each rank samples its own prompts with an engine on its own card, and args.{name}: {args[name]} "
-                "spreads one engine over several",
-                where=f"{KEY}.args.{name}",
-                remedy=f"leave it out; a model that fits no single card is sampled by {KEY}.name: vllm_server, which "
-                f"takes args.{name}, with its cards in {KEY}.server.cards",
-            )
 
 
 def per_process(options: Mapping[str, Any], processes: int) -> dict[str, Any]:
     """Return the options of one engine: its part of the memory, and of the samples that are drawn at once.
 
     Raises:
-        UserError: the options spread an engine over several cards, VLLM_CPU_KVCACHE_SPACE is no whole number, or there
-            are more processes than samples that may be drawn at once.
+        UserError: the options spread an engine over several cards, a size of the cache is no whole number, or there are
+            more processes than samples that may be drawn at once.
     """
-    check_arguments(options)
+    check_alone(options)
     part = dict(options)
     at_once = part.get("max_num_seqs", 256)
     if at_once < processes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lit_grpo.engines.vllm.arguments import SPREAD
 from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm_server.launch import name_of_card
 from lit_grpo.errors import UserError
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 WHERE = f"{KEY}.server.cards"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _EXAMPLE = "trainer.devices: 2 with server.cards: [[2], [3]], or [[4, 5], [6, 7]] with args.tensor_parallel_size: 2"
 
 
@@ -145,7 +145,7 @@ def _cards_of_one(args: Mapping[str, Any]) -> int:
     """
     given = {name.replace("-", "_"): value for name, value in args.items()}
     number = 1
-    for name in _SPREAD:
+    for name in SPREAD:
         value = 1 if given.get(name) is None else given[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(

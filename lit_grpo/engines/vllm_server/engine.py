@@ -219,13 +219,13 @@ class VLLMServer:
             EngineError: the engine is closed or holds no usable weights; the server failed and ``settings`` do not let
                 it recover, or it did not recover.
         """
-        self._require_open()
-        if self._unusable:
-            raise EngineError(f"the server must be given weights before it can sample: {self._unusable}")
+        self._require_weights()
         check_requests(requests, sampling, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         return self._generate(list(requests), sampling)
 
     def _generate(self, requests: list[Request], sampling: Sampling) -> Iterator[Completion]:
+        # The first of it is asked for now, which may be long after the call.
+        self._require_weights()
         stops = stop_strings(sampling, self._tokenizer)
         missing: dict[Key, Any] = {
             (position, sample): {
@@ -521,6 +521,11 @@ class VLLMServer:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+
+    def _require_weights(self) -> None:
+        self._require_open()
+        if self._unusable:
+            raise EngineError(f"the server must be given weights before it can sample: {self._unusable}")
 
 
 class _Hung(ServerTrouble):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lit_grpo.engines.base import EngineError
+from lit_grpo.engines.vllm.arguments import check_server_arguments
 from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS
 from lit_grpo.engines.vllm.installed import KEY, check_installed
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
@@ -149,7 +150,7 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
     """Check the settings of the engine before anything is started or imported.
 
     Raises:
-        UserError: vLLM is needed and not installed, or a setting makes no sense.
+        UserError: vLLM is needed and not installed, a setting makes no sense, or an argument of vLLM is the run's own.
     """
     server = config.server
     for name in ("start_seconds", "progress_seconds", "wait_seconds"):
@@ -159,6 +160,7 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
         raise UserError(f"retries is {server.retries}, must be at least 0", where=f"{KEY}.server.retries")
     if server.url is None:
         _check_installed()
+        check_server_arguments(config.args)
         check_server_cards(config)
         return
     if not server.url.startswith(("http://", "https://")):

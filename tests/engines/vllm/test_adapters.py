@@ -94,7 +94,6 @@ def test_a_policy_without_adapters_has_none_to_give() -> None:
         ({}, None, "has no adapters", "model.policy.lora"),
         ({}, LoraConfig(rank=600), "rank 512 at most", "adapters: merged"),
         ({"sleep": 2}, LORA, "drops the engine's weights", "sleep: 1"),
-        ({"args": {"tensor_parallel_size": 2}}, LORA, "one card", "adapters: merged"),
     ],
 )
 def test_what_cannot_be_had_is_refused_before_a_model_is_loaded(

@@ -280,11 +280,15 @@ def broken_off(model: Any) -> Iterator[tuple[str, Tensor]]:
 )
 def test_weights_that_do_not_fit_stop_sampling_until_a_good_sync(case: Case, stream: Any, words: str) -> None:
     case.engine.sync(weights(case.models[1]), 0)
+    late = case.engine.generate(requests(1), Sampling(max_new_tokens=4))
     with pytest.raises(EngineError, match=f"version 1 cannot be loaded.*{words}"):
         case.engine.sync(stream(case.models[2]), 1)
     assert case.engine.policy_version == -1
     with pytest.raises(EngineError, match="must be given weights"):
         case.engine.generate(requests(1), Sampling())
+    # Made while there were weights, and begun when there are none.
+    with pytest.raises(EngineError, match="must be given weights"):
+        next(late)
     case.engine.sync(weights(case.models[2]), 2)
     assert greedy(case.engine) == case.fresh[2]
 
@@ -403,8 +407,13 @@ def test_an_engine_made_for_a_policy_waits_for_its_weights(tied: bool) -> None:
         completions = sampled(engine, asked, Sampling(max_new_tokens=24))
         assert largest_gap(model, asked, completions, 1.0) < GAP
         assert any(c.token_ids[-1] == EOS for c in completions)
+        begun, late = (engine.generate(asked, Sampling(max_new_tokens=24)) for _ in range(2))
+        next(begun)
     finally:
         engine.close()
+    for one in (begun, late):
+        with pytest.raises(EngineError, match="the engine is closed"):
+            list(one)
 
 
 def test_wrong_settings_are_named(tmp_path: Any) -> None:

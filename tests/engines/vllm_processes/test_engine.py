@@ -407,6 +407,20 @@ def test_a_failure_inside_vllm_is_an_engine_error_and_the_process_goes_on(pair: 
     assert not any(shares.given)
 
 
+def test_a_generation_that_begins_after_its_weights_are_gone_is_refused(pair: Any, models: Any) -> None:
+    """Its processes are told nothing: one was once made to build a second engine beside its first."""
+    before, late = pids(pair), pair.generate(requests(4), SAMPLING)
+    expected = sampled(pair, requests(4), SAMPLING)
+    lacking = [(name, p) for name, p in models[1].named_parameters() if "k_proj.weight" not in name]
+    with pytest.raises(EngineError, match=r"lack .*k_proj\.weight"):
+        pair.sync(lacking, 1)
+    with pytest.raises(EngineError, match=r"must be given weights.*the sync of version 1 failed"):
+        next(late)
+    pair.sync(models[0].named_parameters(), 2)
+    assert same(sampled(pair, requests(4), SAMPLING), expected)
+    assert pids(pair) == before
+
+
 # -------------------------------------------------------------------------------------------------- overlap
 
 
@@ -483,11 +497,12 @@ def test_closing_twice_is_safe_and_a_closed_engine_refuses(pair: Any, models: An
     log = pair._group._log.path
     running = pair.generate(requests(4), SAMPLING)
     next(running)
+    # As a message does that names it.
+    pair._group._log.tail()
     pair.close()
     pair.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ids), "the processes end")
     assert not scratch.exists()
-    # An earlier message has named it.
     assert log.is_file()
     log.unlink()
     with pytest.raises(EngineError, match="closed"):

@@ -119,6 +119,26 @@ def test_nothing_is_sampled_before_the_first_sync(server: StandIn) -> None:
         engine.generate(ASKED, SAMPLING)
 
 
+def test_a_generation_that_begins_after_its_weights_are_gone_is_refused(server: StandIn) -> None:
+    engine = engine_for(server)
+    engine.sync(weights(2.0), 5)
+    asked, closed = engine.generate(ASKED, SAMPLING), engine.generate(ASKED, SAMPLING)
+    with pytest.raises(EngineError):
+        engine.sync(broken_off(), 6)
+    with pytest.raises(EngineError, match="the sync of version 6 failed"):
+        next(asked)
+    engine.sync(weights(2.0), 7)
+    check_all(list(engine.generate(ASKED, SAMPLING)), version=7)
+    engine.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        next(closed)
+
+
+def broken_off() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "w", torch.full((2,), 3.0)
+    raise EngineError("the stream broke off")
+
+
 @both
 def test_a_passing_failure_costs_nothing(engine: VLLMServer, server: StandIn) -> None:
     failing = {11, 20}
