@@ -98,7 +98,7 @@ class Block(NamedTuple):
 
 
 def packed(
-    weights: NamedWeights, device: torch.device, folder: Path, block_bytes: int = BLOCK_BYTES
+    weights: NamedWeights, device: torch.device, folder: Path, block_bytes: int | None = None
 ) -> Iterator[Block]:
     """Yield the weights in blocks. Asking for the next block allows the buffer to be written again.
 
@@ -106,9 +106,9 @@ def packed(
         weights: (name, tensor) on any device, in any format; their formats are kept.
         device: where the buffer lies.
         folder: of files, on CPU.
-        block_bytes: size of the buffer.
+        block_bytes: size of the buffer; None: :data:`BLOCK_BYTES`.
     """
-    buffer = Buffer(block_bytes, device, folder)
+    buffer = Buffer(BLOCK_BYTES if block_bytes is None else block_bytes, device, folder)
     try:
         entries, end = list[Entry](), 0
         for name, given in weights:

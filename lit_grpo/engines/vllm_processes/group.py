@@ -486,6 +486,9 @@ class EngineGroup:
                     if version != -1:
                         self._load_again(i, version)
                     self._holds_weights[i] = True
+            except _TwinGone:
+                # Its death is noted. This one waits for more, and is started anew.
+                self._processes[i].stop()
             except (EngineError, UserError):
                 # It may be waiting for more weights.
                 self._processes[i].stop()
@@ -509,7 +512,8 @@ class EngineGroup:
         """Have a process take the tensors of another one's model.
 
         Raises:
-            Gone: the process has died, or the other one has, which is noted.
+            Gone: the process has died.
+            _TwinGone: the other one has, which is noted.
         """
         self._processes[i].send(("take", version))
         message = self._of_twin(twin, ("give", str(self._scratch)))
@@ -519,7 +523,7 @@ class EngineGroup:
                 if message[0] == "block":
                     self._reply(i, "taken")
             except Gone:
-                with contextlib.suppress(EngineError):
+                with contextlib.suppress(EngineError, _TwinGone):
                     self._of_twin(twin, ("enough",))
                 raise
             message = self._of_twin(twin, ("taken",) if message[0] == "block" else None)
@@ -533,7 +537,11 @@ class EngineGroup:
             return self._reply(twin, "buffer", "block", "end")
         except Gone as error:
             self._lost(twin, error)
-            raise
+            raise _TwinGone from error
+
+
+class _TwinGone(Exception):  # noqa: N818 - as Gone
+    """The process that gave its weights to another has ended."""
 
 
 def _code_of_models() -> str | None:

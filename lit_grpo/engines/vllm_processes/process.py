@@ -4,63 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
-from lit_grpo.engines.vllm_server.supervisor import LOG_NOTE, PASSED
+from lit_grpo.engines.vllm_server.launch import ROOT, without_launcher
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
+from lit_grpo.engines.vllm_server.supervised import Supervised, launching, let_go_when_forked, replace_by_nothing
 
 WORKER = "lit_grpo.engines.vllm_processes.worker"
 _STOP_SECONDS = 10.0
 _TIME = struct.Struct("@ll")
 """The system's ``struct timeval``: seconds and microseconds."""
-_LOG_TAIL_LINES = 15
-
-
-class EngineLog:
-    """One file for what all engine processes of a rank write; removed at the end, unless a message has named it.
-
-    Args:
-        scratch: folder whose removal takes the file with it where this process was killed; None: it stays then.
-    """
-
-    def __init__(self, scratch: Path | None = None) -> None:
-        descriptor, name = tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")
-        os.close(descriptor)
-        self.path = Path(name)
-        self._note = None if scratch is None else scratch / LOG_NOTE
-        if self._note is not None:
-            self._note.write_text(name, encoding="utf-8")
-        self._remove = weakref.finalize(self, _remove_log, self.path, os.getpid())
-
-    def tail(self) -> str:
-        """Return the end of the file, and keep it from now on."""
-        self._remove.detach()
-        if self._note is not None:
-            self._note.unlink(missing_ok=True)
-        lines = self.path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_LOG_TAIL_LINES:]
-        return f"The end of the log of the engine processes ({self.path}):\n  " + "\n  ".join(lines)
-
-    def close(self) -> None:
-        """Remove the file, unless a message has named it."""
-        self._remove()
-
-
-def _remove_log(path: Path, owner: int) -> None:
-    # A process that this one has forked ends by itself, and leaves the file.
-    if os.getpid() == owner:
-        path.unlink(missing_ok=True)
 
 
 class Gone(Exception):  # noqa: N818 - what happened to the process, and not yet a failure
@@ -94,10 +55,8 @@ def _parts(seconds: float) -> tuple[int, int]:
 class EngineProcess:
     """One process that can be started again and again, and the connection to it.
 
-    It is started by the supervisor of :mod:`lit_grpo.engines.vllm_server`, which ends with the pipe that this process
-    holds, however that comes to its end, and takes everything with it. A signal at the death of the parent alone
-    (``PR_SET_PDEATHSIG``) would be sent when the thread ends that started the process, and a rollout thread does.
-    Processes that this one forks do not have the pipe, and for them this one was never started.
+    It ends with this one, and is none of those that this one forks, see
+    :class:`lit_grpo.engines.vllm_server.supervised.Supervised`.
 
     Args:
         env: variables added to this process's environment; None leaves one out.
@@ -106,19 +65,18 @@ class EngineProcess:
         patience: seconds after which a message that the process has begun to write or to read has failed.
     """
 
-    def __init__(self, env: Mapping[str, str | None], scratch: Path, log: EngineLog, patience: float = 300.0) -> None:
+    def __init__(self, env: Mapping[str, str | None], scratch: Path, log: ProcessLog, patience: float = 300.0) -> None:
         wanted = {**without_launcher(os.environ), **env}
         self._env = {name: value for name, value in wanted.items() if value is not None}
         # On its path, so that it finds lit_grpo in an uninstalled checkout too.
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
-        self._scratch, self._log, self._patience = scratch, log, patience
-        self._process: subprocess.Popen[bytes] | None = None
+        self._patience = patience
+        self._process = Supervised(scratch, log.path, _STOP_SECONDS)
         self._connection: Connection | None = None
         # A run may be given up while a thread is still starting its processes.
         self._lock = threading.RLock()
         self._closed = False
-        with _launching:
-            _all.add(self)
+        let_go_when_forked(self)
 
     def start(self) -> None:
         """Start the process; one that runs is ended first.
@@ -130,23 +88,15 @@ class EngineProcess:
             if self._closed:
                 raise Gone
             self.stop()
-            with _launching:
+            with launching:
                 self._launch()
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair()
         _limit(ours, self._patience)
-        with theirs, self._log.path.open("ab") as log:
+        with theirs:
             command = [sys.executable, "-m", WORKER, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), str(self._scratch), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**self._env, PASSED: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            self._process.start(command, self._env, [theirs.fileno()])
         self._connection = Connection(ours.detach())
 
     def forget(self) -> None:
@@ -154,22 +104,13 @@ class EngineProcess:
         # Another thread may have held it, and is not here.
         self._lock = threading.RLock()
         connection, self._connection = self._connection, None
-        process, self._process = self._process, None
-        nothing = os.open(os.devnull, os.O_RDWR)
-        # The numbers stay taken until the objects give them up.
         if connection is not None:
-            os.dup2(nothing, connection.fileno(), inheritable=False)
-        if process is not None:
-            assert process.stdin is not None
-            os.dup2(nothing, process.stdin.fileno(), inheritable=False)
-            # It is not this process's child, and is not waited for.
-            process.returncode = 0
-        os.close(nothing)
+            replace_by_nothing(connection.fileno())
 
     @property
     def running(self) -> bool:
         """Whether the process was started and has not ended."""
-        return self._process is not None and self._process.poll() is None
+        return self._process.running
 
     @property
     def environment(self) -> dict[str, str]:
@@ -246,49 +187,19 @@ class EngineProcess:
         """
         with self._lock:
             connection, self._connection = self._connection, None
-            process, self._process = self._process, None
+        # The process mostly ends by this alone.
         if connection is not None:
             _hang_up(connection)
-        if process is None:
-            return
-        if kill:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdin is not None
-        # Any byte asks the supervisor to end the process, which has mostly ended already: its connection was closed.
-        with contextlib.suppress(OSError):
-            process.stdin.write(b"x")
-            process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
-        # The group outlives its leader if the supervisor itself was killed.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        self._process.stop(kill=kill)
 
     def wait_gone(self, seconds: float) -> bool:
         """Wait until the process has ended, at most ``seconds``, and tell whether it has."""
         end = time.monotonic() + seconds
-        while self._process is not None and self._process.poll() is None:
+        while self.running:
             if time.monotonic() > end:
                 return False
             time.sleep(0.02)
         return True
-
-
-_all: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
-_launching = threading.RLock()
-"""Held while a process has descriptors that :meth:`EngineProcess.forget` does not know of: nothing is forked then."""
-
-
-def _forget_all() -> None:
-    for process in list(_all):
-        process.forget()
-    _launching.release()
-
-
-# A reward's pool of processes would keep engines and weights for as long as it lives itself.
-os.register_at_fork(before=_launching.acquire, after_in_parent=_launching.release, after_in_child=_forget_all)
 
 
 def close_all(processes: Sequence[EngineProcess]) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from lit_grpo.engines.vllm.installed import vllm_is_installed
 from lit_grpo.engines.vllm_processes.cards import cards_of_driver, environment_on_card
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone
 from lit_grpo.engines.vllm_server.launch import LAUNCHER_VARIABLES, name_of_card
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 from lit_grpo.engines.vllm_server.scratch import make_scratch_folder, remove_scratch_folder
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Reserve:
 
     def __init__(self, count: int, env: Mapping[str, str | None], scratch: Path, patience: float = 300.0) -> None:
         self.scratch = scratch
-        self._log = EngineLog(scratch)
+        self._log = ProcessLog(scratch)
         self._processes = [EngineProcess(env, scratch, self._log, patience) for _ in range(count)]
         self._clean_up = weakref.finalize(self, _clean_up, self._processes, scratch)
 
@@ -63,7 +64,7 @@ class Reserve:
             log.debug("engine processes that were started early have another %s", ", ".join(sorted(differing)))
         return len(self._processes) == count and not differing
 
-    def hand_over(self) -> tuple[EngineLog, list[EngineProcess]]:
+    def hand_over(self) -> tuple[ProcessLog, list[EngineProcess]]:
         """Return log and processes; whoever takes them has to end them and to remove the folder."""
         self._clean_up.detach()
         return self._log, self._processes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import uuid
 import weakref
@@ -32,7 +31,7 @@ from lit_grpo.engines.vllm_server.cards import check_number_of_ranks, place_on_m
 from lit_grpo.engines.vllm_server.checks import HAND_COMMAND, check_server
 from lit_grpo.engines.vllm_server.client import Answers, Client, Key, ServerRefusal, ServerTrouble, field, metric
 from lit_grpo.engines.vllm_server.process import ServerProcess, check_server_config, default_engine_args, server_of_rank
-from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
+from lit_grpo.engines.vllm_server.scratch import make_scratch_folder, remove_scratch_folder
 from lit_grpo.engines.vllm_server.weights import write_weights
 from lit_grpo.errors import UserError
 from lit_grpo.types import Completion, Request, Sampling
@@ -111,7 +110,7 @@ class VLLMServer:
         self._closed = False
         self._scratch = make_scratch_folder(settings.weights_folder, weight_bytes)
         # A run that ends with an exception closes nothing.
-        self._remove_files = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._remove_files = weakref.finalize(self, remove_scratch_folder, self._scratch)
         self._process: ServerProcess | None = None
         self._client: Client | None = None
         try:

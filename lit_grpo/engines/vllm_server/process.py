@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +22,10 @@ from lit_grpo.engines.vllm.graphs import DECODING_GRAPHS
 from lit_grpo.engines.vllm.installed import KEY, check_installed
 from lit_grpo.engines.vllm.start import CPU_CACHE_BYTES
 from lit_grpo.engines.vllm_server.cards import check_cards_of_servers, check_server_cards, environment_of_cards
-from lit_grpo.engines.vllm_server.launch import ROOT, SUPERVISOR, without_launcher
+from lit_grpo.engines.vllm_server.launch import ROOT, without_launcher
+from lit_grpo.engines.vllm_server.process_log import ProcessLog, last_lines
+from lit_grpo.engines.vllm_server.scratch import remove_scratch_folder
+from lit_grpo.engines.vllm_server.supervised import Supervised
 from lit_grpo.engines.vllm_server.worker import EXTENSION
 from lit_grpo.errors import UserError
 from lit_grpo.utils.ports import free_port
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 # Not reachable from elsewhere: whoever reaches the server can run code in it.
 HOST = "127.0.0.1"
 STOP_SECONDS = 20.0
-_LOG_TAIL_LINES = 15
 _LAST_PORT = 65535
 _ERROR = re.compile(r"^(?:\([^)]*\) )?ERROR [^\]]*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE)
 """The line of vLLM's log that ends a traceback."""
@@ -66,20 +63,24 @@ class ServerProcess:
         self.port = _free_port(port)
         self.url = f"http://{HOST}:{self.port}"
         self.scratch = scratch
-        self.log = Path(tempfile.mkstemp(prefix="lit-grpo-vllm-", suffix=".log")[1])
-        """File with the server's output. Removed at the end, unless a message has named it."""
-        self._keep_log = False
+        self._log = ProcessLog(scratch)
         self._log_start = 0
         """Where the log of the last start begins, in bytes."""
         self._command = [*_server_command(model_path), *_as_options(engine_args)]
         self._command += ["--host", HOST, "--port", str(self.port)]
         self._env = {**without_launcher(os.environ), **_environment(), **env}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = Supervised(scratch, self.log, STOP_SECONDS)
+
+    @property
+    def log(self) -> Path:
+        """File with the server's output. Removed at the end, unless a message has named it."""
+        return self._log.path
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Whether the server was started and has not ended."""
+        return self._process.running
 
     def start(self, seconds: float, ready: Callable[[], bool]) -> None:
         """Start the server, and wait until ``ready()`` says so, for ``seconds`` at most.
@@ -91,15 +92,7 @@ class ServerProcess:
         """
         self.stop()
         self._log_start = self.log.stat().st_size
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(SUPERVISOR), str(self.scratch), *self._command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=self._env,
-                start_new_session=True,
-            )
+        self._process.start(self._command, self._env)
         end = time.monotonic() + seconds
         while not ready():
             if not self.running:
@@ -111,39 +104,21 @@ class ServerProcess:
 
     def log_tail(self) -> str:
         """Return the server's first error and the end of its log, and keep the file from now on."""
-        self._keep_log = True
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode("utf-8", errors="replace")
-        lines = text.strip().splitlines()[-_LOG_TAIL_LINES:]
+        text = self._log.keep(self._log_start)
         # The engine dies first, in another process than that which answers: the end tells only that it is gone.
         error = _ERROR.search(text)
         first = "" if error is None else f"Its first error: {error[1].strip()}\n"
-        return f"{first}The end of its log ({self.log}):\n  " + "\n  ".join(lines)
+        return f"{first}The end of its log ({self.log}):\n{last_lines(text)}"
 
     def stop(self) -> None:
         """End the server and everything it started."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        # Any byte asks the supervisor to end the server. It may be gone already.
-        with contextlib.suppress(OSError):
-            process.stdin.write(b"x")
-            process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        # The group outlives its leader if the supervisor itself was killed.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        self._process.stop()
 
     def close(self) -> None:
         """End the server and remove its files."""
         self.stop()
-        if not self._keep_log:
-            self.log.unlink(missing_ok=True)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._log.close()
+        remove_scratch_folder(self.scratch)
 
 
 def check_server_config(config: VLLMServerEngineConfig) -> None:

@@ -16,8 +16,9 @@ from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm_processes.choose import VLLM
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
+from lit_grpo.engines.vllm_processes.process import EngineProcess
 from lit_grpo.engines.vllm_processes.settings import environment
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 from lit_grpo.errors import UserError
 from lit_grpo.policy import PolicyConfig
 
@@ -79,7 +80,7 @@ def test_the_share_of_a_card_that_the_learner_is_held_to_is_not_the_engines(
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
-    with contextlib.closing(EngineLog()) as log:
+    with contextlib.closing(ProcessLog()) as log:
         process = EngineProcess(environment(1), tmp_path, log)
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in process.environment
     assert process.environment["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/mps"

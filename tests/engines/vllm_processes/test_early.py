@@ -20,7 +20,8 @@ from lit_grpo.engines.base import EngineError
 from lit_grpo.engines.vllm_processes import choose, early, measured, reserve
 from lit_grpo.engines.vllm_processes.early import EarlyProcesses
 from lit_grpo.engines.vllm_processes.group import EngineGroup
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 from lit_grpo.engines.vllm_server.scratch import remove_scratch_folder
 from lit_grpo.errors import UserError
 from lit_grpo.policy import LoraConfig, PolicyConfig, TinyModel
@@ -178,7 +179,7 @@ def test_what_is_given_up_meanwhile_starts_nothing_more(make_group: Any, tmp_pat
 
 @pytest.mark.slow
 def test_a_closed_process_is_not_started_and_one_who_waits_for_it_learns_of_it(tmp_path: Path) -> None:
-    log = EngineLog()
+    log = ProcessLog()
     process = EngineProcess({}, tmp_path / "scratch", log)
     # Other tests of this process have children too.
     before = set(below(os.getpid()))

@@ -207,3 +207,26 @@ def test_whoever_waits_for_blocks_hears_of_their_end(tmp_path: Path, monkeypatch
     kinds = [message[0] for message in group._processes[0].sent]  # type: ignore[attr-defined]
     assert kinds == ["sync", "break"]
     assert not group._processes[0].connection.poll()
+
+
+def test_the_death_of_the_one_that_gives_its_weights_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted for both, two of them would already be too often."""
+    group, lost = listening(tmp_path, monkeypatch, False)
+    started: list[int] = []
+    monkeypatch.setattr(group, "_start", started.extend)
+    monkeypatch.setattr(group, "_weight_files", False)
+    group._holds_weights[:] = [False, True]
+
+    def dead(message: Any) -> None:
+        raise Gone("it has died")
+
+    group._processes[0].send = lambda message: None  # type: ignore[method-assign]
+    group._processes[1].send = dead  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="all processes of vLLM died"):
+        group.mend(3)
+    assert lost == [1]
+    assert group._deaths == 1
+    # Started for the weights that it did not get, ended, and started once more to find that nobody has them.
+    assert started == [0, 0]

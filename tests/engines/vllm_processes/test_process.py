@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess, Gone
+from lit_grpo.engines.vllm_processes.process import EngineProcess, Gone
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 from tests.paths import ROOT
 from tests.waiting import PATIENCE, wait_until
 
@@ -23,10 +24,11 @@ OWNER = """
 import os, pathlib, signal, sys, time
 # Whoever starts the tests in the background of a shell has them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
+from lit_grpo.engines.vllm_processes.process import EngineProcess
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 scratch = pathlib.Path(sys.argv[1])
 scratch.mkdir()
-log = EngineLog(scratch)
+log = ProcessLog(scratch)
 if sys.argv[3] == "named":
     log.tail()
 processes = [EngineProcess({}, scratch, log) for _ in range(2)]
@@ -93,14 +95,14 @@ def start_owner(scratch: Path, then: str, *options: str) -> subprocess.Popen[str
 
 
 @pytest.fixture
-def log() -> Iterator[EngineLog]:
-    log = EngineLog()
+def log() -> Iterator[ProcessLog]:
+    log = ProcessLog()
     yield log
     log.close()
 
 
 @pytest.fixture
-def process(tmp_path: Path, log: EngineLog) -> Iterator[EngineProcess]:
+def process(tmp_path: Path, log: ProcessLog) -> Iterator[EngineProcess]:
     (tmp_path / "scratch").mkdir()
     process = EngineProcess({"LIT_GRPO_LEFT_OUT": None}, tmp_path / "scratch", log)
     yield process
@@ -191,7 +193,7 @@ def test_what_an_owner_has_forked_keeps_no_process_alive(tmp_path: Path) -> None
         owner.communicate()
 
 
-def test_a_forked_process_ends_nothing_of_its_parents(process: EngineProcess, log: EngineLog) -> None:
+def test_a_forked_process_ends_nothing_of_its_parents(process: EngineProcess, log: ProcessLog) -> None:
     start(process)
     child = os.fork()
     if child == 0:
@@ -209,7 +211,7 @@ def test_a_forked_process_ends_nothing_of_its_parents(process: EngineProcess, lo
 @pytest.mark.parametrize("victim", ["engine", "supervisor"])
 def test_the_death_of_a_process_is_noticed_and_nothing_of_it_stays(process: EngineProcess, victim: str) -> None:
     start(process)
-    (supervisor,) = [pid for pid in children(os.getpid()) if pid == process._process.pid]  # type: ignore[union-attr]
+    (supervisor,) = [pid for pid in children(os.getpid()) if pid == process._process.pid]
     (engine,) = children(supervisor)
     os.kill(engine if victim == "engine" else supervisor, signal.SIGKILL)
     with pytest.raises(Gone):
@@ -231,14 +233,14 @@ def test_a_process_lives_on_when_the_thread_ends_that_started_it(process: Engine
 
 def test_ctrl_c_in_the_terminal_does_not_reach_a_process(process: EngineProcess) -> None:
     start(process)
-    (engine,) = children(process._process.pid)  # type: ignore[union-attr]
+    (engine,) = children(process._process.pid)
     os.kill(engine, signal.SIGINT)
     check_answers(process)
     assert os.getpgid(engine) != os.getpgid(0)
 
 
 def test_what_a_process_writes_is_in_the_log_and_stays_if_a_message_names_it(
-    process: EngineProcess, log: EngineLog, capfd: Any
+    process: EngineProcess, log: ProcessLog, capfd: Any
 ) -> None:
     start(process)
     process.send(("no such message",))
@@ -254,7 +256,7 @@ def test_what_a_process_writes_is_in_the_log_and_stays_if_a_message_names_it(
     log.path.unlink()
 
 
-def test_a_log_that_no_message_names_is_removed(log: EngineLog) -> None:
+def test_a_log_that_no_message_names_is_removed(log: ProcessLog) -> None:
     log.close()
     assert not log.path.exists()
 

@@ -68,7 +68,6 @@ def engine(models: list[Any]) -> Iterator[VLLMServer]:
 def server_pids(engine: VLLMServer) -> list[int]:
     """The server and what it started, without its supervisor."""
     assert engine._process is not None
-    assert engine._process._process is not None
     group = engine._process._process.pid
     found = []
     for path in Path("/proc").iterdir():

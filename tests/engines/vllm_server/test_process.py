@@ -14,8 +14,9 @@ import torch
 
 from lit_grpo.engines import EngineError, ServerConfig
 from lit_grpo.engines.vllm import installed
-from lit_grpo.engines.vllm_processes.process import EngineLog, EngineProcess
+from lit_grpo.engines.vllm_processes.process import EngineProcess
 from lit_grpo.engines.vllm_server.process import ServerProcess, _as_options, server_of_rank
+from lit_grpo.engines.vllm_server.process_log import ProcessLog
 from lit_grpo.engines.vllm_server.scratch import make_scratch_folder
 from lit_grpo.engines.vllm_server.weights import read_weights, write_weights
 from lit_grpo.errors import UserError
@@ -68,7 +69,7 @@ def test_no_process_that_is_started_takes_itself_for_a_rank(tmp_path: Path, monk
     for name in launcher:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LOCAL_FOLDER", "/x")
-    server, log = make(tmp_path), EngineLog()
+    server, log = make(tmp_path), ProcessLog()
     for env in (server._env, EngineProcess({}, tmp_path, log)._env):
         assert not set(launcher) & set(env)
         assert env["LOCAL_FOLDER"] == "/x"
@@ -116,7 +117,6 @@ def test_stop_ends_everything_and_keeps_the_weights(process: ServerProcess, tmp_
 @pytest.mark.parametrize("victim", [0, 1], ids=["server", "supervisor"])
 def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path: Path, victim: int) -> None:
     ids = start(process, tmp_path)
-    assert process._process is not None
     os.kill([ids[0], process._process.pid][victim], signal.SIGKILL)
     wait_until(lambda: not process.running, "the end is noticed")
     if victim == 0:
@@ -126,27 +126,57 @@ def test_a_killed_server_leaves_nothing_behind(process: ServerProcess, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that stays"])
+def test_the_server_ends_when_its_owner_is_killed(tmp_path: Path, forks: bool) -> None:
+    """Also where a process that the owner has forked, as a reward's pool does, outlives it."""
     code = f"""
-import pathlib, time
+import os, pathlib, time
 from lit_grpo.engines.vllm import installed
 from tests.engines.vllm_server.test_process import make, start
 installed.find_spec = lambda name: object()  # as if vLLM were there
 path = pathlib.Path({str(tmp_path)!r})
-start(make(path), path)
-print("ready", flush=True)
+process = make(path)
+start(process, path)
+child = os.fork() if {forks} else 0
+if child or not {forks}:
+    print(process.log, child, flush=True)
 time.sleep(600)
 """
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert owner.stdout is not None
-    assert owner.stdout.readline() == b"ready\n"
+    log, child = owner.stdout.readline().split()
     ids = pids(tmp_path)
-    assert all(alive(pid) for pid in ids)
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
-    wait_until_gone(ids)
-    wait_until(lambda: not (tmp_path / "scratch").exists(), "weights in shared memory are removed")
+    try:
+        assert all(alive(pid) for pid in ids)
+        assert Path(log).is_file()
+        owner.kill()
+        owner.wait()
+        wait_until_gone(ids)
+        wait_until(lambda: not (tmp_path / "scratch").exists(), "weights in shared memory are removed")
+        wait_until(lambda: not Path(log).exists(), "the log is removed")
+        assert not forks or alive(int(child))
+    finally:
+        owner.kill()
+        if forks:
+            os.kill(int(child), signal.SIGKILL)
+        owner.communicate()
+
+
+def test_a_forked_process_ends_nothing_of_its_parents(process: ServerProcess, tmp_path: Path) -> None:
+    process.scratch = make_scratch_folder(str(tmp_path), 0)
+    ids = start(process, tmp_path)
+    child = os.fork()
+    if child == 0:
+        try:
+            started = process.running
+            process.close()
+        finally:
+            os._exit(1 if started else 0)
+    assert os.waitpid(child, 0)[1] == 0, "it is none of the child's"
+    assert process.running
+    assert all(map(alive, ids))
+    assert process.log.exists()
+    assert process.scratch.is_dir()
 
 
 def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
