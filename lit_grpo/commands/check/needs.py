@@ -5,6 +5,7 @@ Nothing is fetched or loaded, and the hub is not asked, so that what a run for o
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import torch
 from lit_grpo.commands.check.cost import gib
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data.sources.benchmarks import BENCHMARKS
+from lit_grpo.engines.vllm.arguments import SPREAD
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
@@ -67,7 +69,7 @@ def needs(config: Mapping[str, Any]) -> list[Result]:
         _model(policy, size),
         *_data(data),
         _packages(policy, objective, data, model["optimizer"]),
-        _cards(trainer),
+        _cards(trainer, {} if objective.demonstrations else data["engine"]),
         _memory(model, policy, objective, size, trainer, data["engine"]),
         _disk(policy, size, config),
     ]
@@ -237,17 +239,31 @@ def processes(trainer: Mapping[str, Any]) -> int:
     return max(1, torch.cuda.device_count()) * nodes
 
 
-def _cards(trainer: Mapping[str, Any]) -> Result:
+def _cards(trainer: Mapping[str, Any], engine: Mapping[str, Any]) -> Result:
     nodes, here = int(trainer.get("num_nodes") or 1), torch.cuda.device_count()
     each = processes(trainer) // nodes
     if trainer.get("accelerator") == "cpu":
         return Result("cards", "pass", f"none: {each} processes on the CPU", values={"cards": 0, "here": here})
+    learn, sample = each, _cards_of_engines(engine)
+    each += sample
     found = f"{each * nodes}" + (f", {each} on each of {nodes} machines" if nodes > 1 else "")
-    found += f" (trainer.strategy {_strategy(trainer)}); {here} here"
+    found += f" (trainer.strategy {_strategy(trainer)})"
+    found += f", {learn} to learn and {sample} for the engines" if sample else ""
+    found += " on each" if sample and nodes > 1 else ""
+    found += f"; {here} here"
     values = {"cards": each * nodes, "machines": nodes, "here": here}
+    values |= {"engine_cards": sample * nodes} if sample else {}
     if each > here and each > 1:
         return Result("cards", "warn", found, "start it where they are; fewer are set by --trainer.devices", values)
     return Result("cards", "pass", found, values=values)
+
+
+def _cards_of_engines(engine: Mapping[str, Any]) -> int:
+    """Count the cards of a machine that its engines have for themselves."""
+    if engine.get("name") == "vllm":
+        return len(engine.get("cards") or [])
+    server = engine.get("server") or {}
+    return sum(map(len, server.get("cards") or [])) if engine.get("name") == "vllm_server" else 0
 
 
 def _strategy(trainer: Mapping[str, Any]) -> str:
@@ -284,11 +300,11 @@ def _memory(
     if policy.lora is not None:
         found += ", adapters not counted"
     total = learner
-    if str(engine["name"]) == "vllm" and policy.tiny is None and not objective.demonstrations:
-        weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * size.parameters
+    weights = _weights_of_engine(engine, size.parameters)
+    if weights and policy.tiny is None and not objective.demonstrations:
         values["engine_per_card"] = int(weights)
         # The learner's part stays on the card while vLLM samples, asleep or not, unless engines have their own cards.
-        total = max(total, weights) if engine.get("cards") else total + weights
+        total = max(total, weights) if _cards_of_engines(engine) else total + weights
         found += f"; vLLM's weights {gib(int(weights))} a card"
     values["per_card"] = int(total)
     fitting = next((card for card in _CARDS if total <= _ROOM * card * 10**9), None)
@@ -301,6 +317,20 @@ def _memory(
                       values)  # fmt: skip
     values["card_gb"] = fitting
     return Result("card memory", "pass", f"{found}: cards of {fitting} GB or more", values=values)
+
+
+def _weights_of_engine(engine: Mapping[str, Any], parameters: int) -> float:
+    """Count the bytes of weights on a card where an engine samples; 0: it has none that is known."""
+    weights = (4.0 if engine.get("dtype") == "float32" else 2.0) * parameters
+    if engine["name"] == "vllm":
+        # Each process holds all of them.
+        number = engine.get("processes")
+        return weights * (number if isinstance(number, int) else 1)
+    if not _cards_of_engines(engine):
+        return 0.0
+    # Ranks of data parallelism hold all of them too.
+    parts = (int(engine.get("args", {}).get(name) or 1) for name in SPREAD if name != "data_parallel_size")
+    return weights / math.prod(parts)
 
 
 def _state(policy: PolicyConfig, parameters: int, optimizer: OptimizerConfig) -> int:

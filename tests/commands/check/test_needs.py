@@ -88,6 +88,36 @@ def test_weights_gradients_and_moments_over_the_cards():
     assert "engine_per_card" not in lines(settings(data={"engine": {"name": "vllm_server"}}))["card memory"].values
 
 
+def test_engines_on_cards_of_their_own_are_counted():
+    four = {"devices": 4, "strategy": "fsdp"}
+    engine: dict[str, Any] = {"name": "vllm", "processes": 2, "cards": [4, 5, 6, 7]}
+    found = lines(settings(data={"engine": engine}, trainer=four))
+    assert found["cards"].found.startswith("8 (trainer.strategy fsdp), 4 to learn and 4 for the engines; ")
+    assert (found["cards"].values["cards"], found["cards"].values["engine_cards"]) == (8, 4)
+    assert found["card memory"].values["engine_per_card"] == 7e9 * 2 * 2, "each process has all weights"
+    assert found["card memory"].values["per_card"] == 7e9 * 2 * 2, "more than the learner's quarter, 28 GB"
+    hosts = lines(settings(data={"engine": engine}, trainer=four | {"num_nodes": 2}))["cards"]
+    assert hosts.found.startswith(
+        "16, 8 on each of 2 machines (trainer.strategy fsdp), 4 to learn and 4 for the engines"
+    )
+    assert hosts.values["cards"] == 16
+    servers = {"cards": [[4, 5], [6, 7]]}
+    for args, share in (({"tensor_parallel_size": 2}, 2), ({"data_parallel_size": 2}, 1)):
+        engine = {"name": "vllm_server", "server": servers, "args": args}
+        found = lines(settings(data={"engine": engine}, trainer={"devices": 2, "strategy": "ddp"}))
+        assert found["cards"].values["cards"] == 6
+        assert found["card memory"].values["engine_per_card"] == 7e9 * 2 / share
+        assert found["card memory"].values["per_card"] == 7e9 * 16
+
+
+def test_several_processes_on_a_card_each_hold_the_weights():
+    for number, times in ((3, 3), ("auto", 1)):
+        engine = {"name": "vllm", "processes": number, "dtype": "float16"}
+        values = lines(settings(data={"engine": engine}))["card memory"].values
+        assert values["engine_per_card"] == 7e9 * 2 * times
+        assert values["per_card"] == 7e9 * 16 + 7e9 * 2 * times
+
+
 @pytest.mark.parametrize(("path", "card"), [("somebody/Model-0.5B", 24), ("somebody/Model-3B", 80), ("a/b-4B", 96)])
 def test_the_smallest_card_with_room_for_activations_is_named(path: str, card: int):
     held = lines(settings(PolicyConfig(path=path)))["card memory"].values
