@@ -61,12 +61,20 @@ def alive(pid: int) -> bool:
         return False
 
 
+def _hear_all_signals() -> None:
+    # Under nohup, or behind an & of a script, what is started inherits that signals are ignored.
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def begun(
     out: Path, run: str = RUN, processes: int = 1, grace: float = 20.0, before: tuple[str, ...] = ()
 ) -> tuple[subprocess.Popen[str], list[int]]:
     """A call whose run has begun, and the processes of that run."""
     command = [*before, sys.executable, "-c", SCRIPT, str(ROOT), run, str(grace), *POINT, "--out", str(out)]
-    call = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    call = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=ROOT, preexec_fn=_hear_all_signals
+    )
     log = out / "last_run" / "log.txt"
     wait_until(lambda: log.is_file() and log.read_text().count("\n") == processes, "the run has begun", 300)
     return call, [int(word) for word in log.read_text().split()]
