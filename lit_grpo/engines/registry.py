@@ -41,9 +41,9 @@ def _check_vllm(config: VLLMEngineConfig, lora: Any) -> None:
     from lit_grpo.engines.vllm.start import check_in_process
     from lit_grpo.engines.vllm_processes.settings import check_cards
 
-    check_in_process()
     check_arguments(config.args)
     adapter_rank(lora, config)
+    check_in_process()
     check_cards(config)
 
 

@@ -134,8 +134,8 @@ def check_server_config(config: VLLMServerEngineConfig) -> None:
     if server.retries < 0:
         raise UserError(f"retries is {server.retries}, must be at least 0", where=f"{KEY}.server.retries")
     if server.url is None:
-        _check_installed()
         check_server_arguments(config.args)
+        _check_installed()
         check_server_cards(config)
         return
     if not server.url.startswith(("http://", "https://")):

@@ -10,15 +10,14 @@ import torch
 
 from lit_grpo.engines.config import EngineConfig
 from lit_grpo.engines.registry import check_engine
+from lit_grpo.engines.vllm import installed
 from lit_grpo.engines.vllm.arguments import check_arguments, check_server_arguments
 from lit_grpo.engines.vllm.engine import VLLMEngine
-from lit_grpo.engines.vllm.installed import vllm_is_installed
 from lit_grpo.engines.vllm_processes.engine import VLLMProcesses
 from lit_grpo.engines.vllm_processes.settings import per_process
 from lit_grpo.engines.vllm_server.process import default_engine_args
 from lit_grpo.errors import UserError
 
-NEEDS_VLLM = pytest.mark.skipif(not vllm_is_installed(), reason="needs vLLM to be installed")
 BOTH = pytest.mark.parametrize("check", [check_arguments, check_server_arguments], ids=["vllm", "vllm_server"])
 # What tells nothing of how tokens are drawn or what weights are, so that each run may choose.
 FREE = {
@@ -125,9 +124,10 @@ def test_prompts_are_not_split_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     check_arguments({"enable_chunked_prefill": True})
 
 
-@NEEDS_VLLM
 @pytest.mark.parametrize("name", ["vllm", "vllm_server"])
-def test_it_is_known_before_a_model_is_loaded(name: Any) -> None:
+def test_it_is_known_before_a_model_is_loaded_and_without_vllm(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="after temperature"):
         check_engine(EngineConfig(name=name, args={"logprobs_mode": "raw_logprobs"}))
+    monkeypatch.setattr(installed, "find_spec", lambda name: object())
     check_engine(EngineConfig(name=name, args=FREE))
