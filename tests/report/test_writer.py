@@ -19,7 +19,7 @@ def logger(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lit_grpo.tracking.charts.PANELS", ())
-    return RunLogger(root="runs", run_name="the-run", tracking_uri="http://127.0.0.1:9")
+    return RunLogger(root="runs", run_name="the-run", tracking_uri="http://127.0.0.1:9", patience=0.1)
 
 
 def fit(logger, *callbacks, rollouts=3):

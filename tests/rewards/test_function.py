@@ -184,13 +184,20 @@ def test_a_reward_class_that_leaves_or_hangs():
 # Results.
 
 
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.fixture(scope="module", params=[False, True], ids=["processes of its own", "in process"])
+def gives(request):
+    """One for all results: starting its processes takes a second."""
+    reward = FunctionReward(path_of("gives"), in_process=request.param)
+    yield reward
+    reward.close()
+
+
 @pytest.mark.parametrize("what", sorted(odd_results.RESULTS))
-def test_what_is_no_reward_is_shown(what, in_process):
-    scores = score("gives", ["good", what], in_process=in_process)
+def test_what_is_no_reward_is_shown(what, gives):
+    scores = score_all([gives], [item("good"), item(what)], "zero")[gives.name]
     assert kinds(scores) == [FINE, FAILED]
     with pytest.raises(RewardError, match="gave ") as caught:
-        score("gives", [what], "raise", in_process=in_process)
+        score_all([gives], [item(what)], "raise")
     assert caught.value.sample == what
 
 
