@@ -32,6 +32,8 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Completion]:
         """Yield ``len(request.seeds)`` completions for every request, in any order, as they finish.
 
+        Sampling begins when the first is asked for, with the weights that are loaded then.
+
         A completion ends with an end token, with the token that completes one of ``sampling.stop``
         (:mod:`lit_grpo.engines.stop_strings` finds it), or at the limit.
 

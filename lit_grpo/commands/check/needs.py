@@ -329,7 +329,8 @@ def _weights_of_engine(engine: Mapping[str, Any], parameters: int) -> float:
     if not _cards_of_engines(engine):
         return 0.0
     # Ranks of data parallelism hold all of them too.
-    parts = (int(engine.get("args", {}).get(name) or 1) for name in SPREAD if name != "data_parallel_size")
+    args = {name.replace("-", "_"): value for name, value in (engine.get("args") or {}).items()}
+    parts = (int(args.get(name) or 1) for name in SPREAD if name != "data_parallel_size")
     return weights / math.prod(parts)
 
 

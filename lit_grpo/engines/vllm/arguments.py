@@ -12,7 +12,7 @@ from lit_grpo.errors import UserError
 
 SPREAD = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 """Arguments that spread one engine over as many cards as their product."""
-_ADAPTERS = f"{KEY}.adapters: hot, with model.policy.lora"
+_LORA = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules")
 _PLACES = {
     "model": "model.policy.path",
     "dtype": f"{KEY}.dtype",
@@ -20,18 +20,28 @@ _PLACES = {
     "max_num_seqs": f"{KEY}.max_num_seqs",
     "gpu_memory_utilization": f"{KEY}.gpu_memory_utilization",
     "trust_remote_code": "model.policy.model_args: {trust_remote_code: true}",
-    **dict.fromkeys(("revision", "code_revision"), "model.policy.model_args"),
-    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules"), _ADAPTERS),
+    **dict.fromkeys(("revision", "code_revision", "hf_overrides"), "model.policy.model_args"),
 }
-_OWN_PLACES = {"enable_sleep_mode": f"{KEY}.sleep"}
-_SERVER_PLACES = {"port": f"{KEY}.server.port"}
+_OWN_PLACES = {
+    "enable_sleep_mode": f"{KEY}.sleep",
+    "device_ids": f"{KEY}.cards",
+    **dict.fromkeys(_LORA, f"{KEY}.adapters: hot, with model.policy.lora"),
+}
+_SERVER_PLACES = {"port": f"{KEY}.server.port", "device_ids": f"{KEY}.server.cards"}
 _OF_POLICY = "the engine has the policy's model, in the form that the run gives it"
 _OF_SAMPLING = "tokens are drawn as data.sampling says, and the learner computes with the same"
 _SPECULATIVE = "log-probabilities of tokens that a draft proposed were not those of the policy (nan on a CPU)"
 _DECIDED = {
     "load_format": "weights come from the policy, with each sync",
     "logprobs_mode": "training needs the log-probabilities after temperature, top_p and top_k",
-    **dict.fromkeys(("generation_config", "override_generation_config", "logits_processors"), _OF_SAMPLING),
+    **dict.fromkeys(
+        ("generation_config", "override_generation_config", "logits_processors", "watermark_config"), _OF_SAMPLING
+    ),
+    # vLLM's reset of the prefix cache leaves what lies behind it, under names without a version of the weights.
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"),
+        "keys and values of older weights would be read again after a sync",
+    ),
     **dict.fromkeys(("model_weights", "hf_config_path", "config_format", "runner", "convert"), _OF_POLICY),
     **dict.fromkeys(
         ("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"),
@@ -54,7 +64,13 @@ _SERVER_DECIDED = {
     "host": "the run alone talks to the server, from this machine",
     "worker_extension_cls": "by it weights come into the server's workers",
     "enable_scale_out": "ids go in and out by it",
+    "disable_log_stats": "by the count of tokens the run sees that the server does not hang",
+    "config": "its options are to be seen here, one by one",
+    **dict.fromkeys(_LORA, "the weights come with adapters merged into them"),
 }
+
+_WHOLE = ("watermark",)
+"""Options of ``vllm serve`` that each run may choose, and that another begins with which it may not."""
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:
@@ -79,7 +95,7 @@ def check_server_arguments(args: Mapping[str, Any]) -> None:
     Raises:
         UserError: one is the run's own to decide, or has a place of its own.
     """
-    _check_names(args, _PLACES | _SERVER_PLACES, _DECIDED | _SERVER_DECIDED)
+    _check_names(args, _PLACES | _SERVER_PLACES, _DECIDED | _SERVER_DECIDED, options=True)
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
@@ -108,9 +124,25 @@ def check_alone(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_names(args: Mapping[str, Any], places: Mapping[str, str], decided: Mapping[str, str]) -> None:
+def _check_names(
+    args: Mapping[str, Any], places: Mapping[str, str], decided: Mapping[str, str], *, options: bool = False
+) -> None:
+    """Refuse what has a place of its own or is decided.
+
+    Args:
+        args: what was given.
+        places: where each such argument belongs.
+        decided: why each such argument is not to be chosen.
+        options: names are those of a command line, which takes the beginning of a name and a part of a value
+            (``speculative_config.method``) as well.
+    """
     for given in args:
         name, where = given.replace("-", "_"), f"{KEY}.args.{given}"
+        if options:
+            name = name.partition(".")[0]
+            refused = (*places, *decided)
+            if name not in (*refused, *_WHOLE):
+                name = next((one for one in refused if one.startswith(name)), name)
         if name in places:
             raise UserError(f"{name} has a place of its own", where=where, remedy=f"say it there: {places[name]}")
         if name in decided:

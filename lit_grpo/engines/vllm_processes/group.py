@@ -256,7 +256,7 @@ class EngineGroup:
     def _measures(self) -> bool:
         """Whether vLLM finds the size of its cache by what is free on a card, unless it is told."""
         assert self._build is not None
-        return torch.cuda.is_available() and "kv_cache_memory_bytes" not in self._build[1]
+        return torch.cuda.is_available() and self._build[1].get("kv_cache_memory_bytes") is None
 
     @property
     def _must_measure(self) -> bool:
@@ -514,6 +514,7 @@ class EngineGroup:
         Raises:
             Gone: the process has died.
             _TwinGone: the other one has, which is noted.
+            EngineError: it cannot take them.
         """
         self._processes[i].send(("take", version))
         message = self._of_twin(twin, ("give", str(self._scratch)))
@@ -522,13 +523,19 @@ class EngineGroup:
                 self._processes[i].send(tuple(message))
                 if message[0] == "block":
                     self._reply(i, "taken")
-            except Gone:
+            except (Gone, EngineError, UserError):
                 with contextlib.suppress(EngineError, _TwinGone):
-                    self._of_twin(twin, ("enough",))
+                    self._end_giving(twin)
                 raise
             message = self._of_twin(twin, ("taken",) if message[0] == "block" else None)
         self._processes[i].send(("end",))
         self._reply(i, "synced")
+
+    def _end_giving(self, twin: int) -> None:
+        # It may have sent a block already that nobody has asked for.
+        kind = self._of_twin(twin, ("enough",))[0]
+        while kind != "end":
+            kind = self._of_twin(twin, None)[0]
 
     def _of_twin(self, twin: int, message: Message | None) -> list[Any]:
         try:

@@ -16,6 +16,7 @@ Messages are tuples whose first entry says what they are. In, and what is answer
     block entries                          taken             it may be written again
     end | break reason                                       after the last block
     give folder                            buffer, block ..., end      its model's own tensors, for a twin
+    enough                                 end                         no more of them
     take version                           synced            takes what a twin gave, as blocks
     sleep level                            slept version, why it must not sample
     close
@@ -223,7 +224,9 @@ class Worker:
                 given = block.buffer
                 self._send("buffer", given.handle())
             self._send("block", block.entries)
-            if (kind := self._inbox.get()[0]) != "taken":
+            if (kind := self._inbox.get()[0]) == "enough":
+                break
+            if kind != "taken":
                 raise EngineError(f"a twin was to take weights, and {kind} came")
         self._send("end")
 

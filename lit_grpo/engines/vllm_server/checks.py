@@ -15,7 +15,7 @@ HAND_COMMAND = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --skip-tokenizer-init --generation-config vllm "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}"
 )
-FACTS = ("logprobs_mode", "device", "chunked_prefill", "shape", "max_model_len", "dtype")
+FACTS = ("logprobs_mode", "device", "chunked_prefill", "shape", "max_model_len", "dtype", "altering")
 """What a worker must tell of itself."""
 
 
@@ -100,6 +100,14 @@ def _checked_facts(
             f"the vLLM server gives {facts['logprobs_mode']}, training needs the probabilities after temperature",
             where=where,
             remedy="start it with --logprobs-mode processed_logprobs",
+        )
+    if facts["altering"]:
+        option = str(facts["altering"][0]).replace("_", "-")
+        raise UserError(
+            f"the vLLM server was started with --{option}: what it samples, or says of it, is not what the learner "
+            "computes with",
+            where=where,
+            remedy=f"start it without --{option}",
         )
     if facts["device"] == "cpu" and facts["chunked_prefill"]:
         raise UserError(

@@ -71,6 +71,7 @@ class ServerProcess:
         self._env = {**without_launcher(os.environ), **_environment(), **env}
         self._env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), self._env.get("PYTHONPATH")]))
         self._process = Supervised(scratch, self.log, STOP_SECONDS)
+        self._closed = False
 
     @property
     def log(self) -> Path:
@@ -88,9 +89,11 @@ class ServerProcess:
         A server that runs is ended first. If the start fails, no process of it is left.
 
         Raises:
-            EngineError: the server ended, or was not ready in time.
+            EngineError: the server ended, was not ready in time, or is closed.
         """
         self.stop()
+        if self._closed:
+            raise EngineError("the engine is closed")
         self._log_start = self.log.stat().st_size
         self._process.start(self._command, self._env)
         end = time.monotonic() + seconds
@@ -115,7 +118,8 @@ class ServerProcess:
         self._process.stop()
 
     def close(self) -> None:
-        """End the server and remove its files."""
+        """End the server for good, and remove its files."""
+        self._closed = True
         self.stop()
         self._log.close()
         remove_scratch_folder(self.scratch)

@@ -33,7 +33,9 @@ class ProcessLog:
         self._remove.detach()
         if self._note is not None:
             self._note.unlink(missing_ok=True)
-        return self.path.read_bytes()[begin:].decode("utf-8", errors="replace").strip()
+        # A run that is given up while its engine starts has removed it.
+        content = self.path.read_bytes() if self.path.exists() else b""
+        return content[begin:].decode("utf-8", errors="replace").strip()
 
     def tail(self) -> str:
         """Return the end of the file in the words of a message, and keep it from now on."""

@@ -95,7 +95,9 @@ class Supervised:
     @property
     def running(self) -> bool:
         """Whether the process was started and has not ended."""
-        return self._popen is not None and self._popen.poll() is None
+        # Looked at once: another thread may stop it meanwhile.
+        process = self._popen
+        return process is not None and process.poll() is None
 
     def stop(self, *, kill: bool = False) -> None:
         """End the process and everything it started. Safe to call twice.

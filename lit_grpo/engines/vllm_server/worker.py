@@ -15,6 +15,10 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 """Configuration entries in which a served model must equal the policy."""
 
 
+ALTERING = ("speculative_config", "watermark_config", "kv_transfer_config")
+"""Parts of vLLM's configuration that make other ids or log-probabilities than the policy's, where there are any."""
+
+
 class WeightLoader:
     """Mixed into vLLM's worker class."""
 
@@ -34,6 +38,10 @@ class WeightLoader:
             "generation_config": str(model.generation_config),
             "device": str(config.device_config.device_type),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "altering": [
+                *(name for name in ALTERING if getattr(config, name, None) is not None),
+                *(["logits_processors"] if getattr(model, "logits_processors", None) else []),
+            ],
         }
 
     def lit_grpo_load_weights(self, folder: str) -> dict[str, str]:

@@ -102,7 +102,11 @@ def test_engines_on_cards_of_their_own_are_counted():
     )
     assert hosts.values["cards"] == 16
     servers = {"cards": [[4, 5], [6, 7]]}
-    for args, share in (({"tensor_parallel_size": 2}, 2), ({"data_parallel_size": 2}, 1)):
+    for args, share in (
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor-parallel-size": 2}, 2),
+        ({"data_parallel_size": 2}, 1),
+    ):
         engine = {"name": "vllm_server", "server": servers, "args": args}
         found = lines(settings(data={"engine": engine}, trainer={"devices": 2, "strategy": "ddp"}))
         assert found["cards"].values["cards"] == 6

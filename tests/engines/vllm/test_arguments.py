@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -52,6 +55,8 @@ def test_what_changes_no_number_is_left_to_each_run(check: Any) -> None:
         ("load_format", "auto", "with each sync"),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "a draft proposed"),
         ("tokenizer", "somebody/else", "come as ids"),
+        ("watermark_config", {"key": 1}, "as data.sampling says"),
+        ("kv_offloading_size", 4.0, "of older weights"),
     ],
 )
 def test_what_would_change_what_is_sampled_is_refused(check: Any, name: str, value: Any, words: str) -> None:
@@ -69,7 +74,7 @@ def test_what_would_change_what_is_sampled_is_refused(check: Any, name: str, val
         ("dtype", "data.engine.dtype"),
         ("model", "model.policy.path"),
         ("trust_remote_code", "model.policy.model_args: {trust_remote_code: true}"),
-        ("enable_lora", "data.engine.adapters: hot, with model.policy.lora"),
+        ("hf_overrides", "model.policy.model_args"),
     ],
 )
 def test_what_has_a_place_of_its_own_is_refused_beside_it(check: Any, name: str, place: str) -> None:
@@ -78,10 +83,53 @@ def test_what_has_a_place_of_its_own_is_refused_beside_it(check: Any, name: str,
     assert found.value.remedy == f"say it there: {place}"
 
 
-def test_an_option_of_vllm_serve_may_be_written_as_one() -> None:
-    with pytest.raises(UserError, match="after temperature") as found:
-        check_server_arguments({"logprobs-mode": "raw_logprobs"})
-    assert found.value.where == "data.engine.args.logprobs-mode"
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("logprobs-mode", "logprobs_mode is not to be chosen"),
+        ("logprobs-mod", "logprobs_mode is not to be chosen"),
+        ("generation_con", "generation_config is not to be chosen"),
+        ("speculative-config.method", "speculative_config is not to be chosen"),
+        ("override_generation_config.top_p", "override_generation_config is not to be chosen"),
+        ("config", "one by one"),
+        ("disable_log_stats", "does not hang"),
+        ("enable_lora", "merged into them"),
+        ("device_ids", "has a place of its own"),
+    ],
+)
+def test_an_option_of_vllm_serve_may_be_written_as_its_command_line_takes_it(written: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as found:
+        check_server_arguments({written: "x"})
+    assert found.value.where == f"data.engine.args.{written}"
+
+
+@pytest.mark.vllm
+def test_no_option_that_is_left_to_each_run_is_the_beginning_of_another() -> None:
+    from vllm import EngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+    known = {field.name for cls in (EngineArgs, FrontendArgs) for field in fields(cls)}
+    assert len(known) > 200
+    for check in (check_arguments, check_server_arguments):
+        for name in sorted(known):
+            with contextlib.suppress(UserError), not_another(name):
+                check({name: None})
+
+
+@contextlib.contextmanager
+def not_another(name: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if not str(error).startswith(f"{name} "):
+            raise AssertionError(f"{name} is taken for another: {error}") from error
+        raise
+
+
+def test_adapters_have_a_place_where_they_can_be_had() -> None:
+    with pytest.raises(UserError, match="a place of its own") as found:
+        check_arguments({"enable_lora": True})
+    assert found.value.remedy == "say it there: data.engine.adapters: hot, with model.policy.lora"
 
 
 def test_no_argument_of_the_classes_here_is_taken_for_one_of_vllm() -> None:

@@ -230,3 +230,86 @@ def test_the_death_of_the_one_that_gives_its_weights_counts_once(
     assert group._deaths == 1
     # Started for the weights that it did not get, ended, and started once more to find that nobody has them.
     assert started == [0, 0]
+
+
+class Twin:
+    """A process that gives its weights as :mod:`lit_grpo.engines.vllm_processes.worker` does: two blocks."""
+
+    def __init__(self) -> None:
+        self.said, self.left = list[tuple[Any, ...]](), 0
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind == "give":
+            self.said += [("buffer", "handle"), ("block", [1])]
+            self.left = 2
+        elif not self.left:
+            self.said.append(("failed", EngineError(f"{kind} came")))
+        else:
+            self.left = self.left - 1 if kind == "taken" else 0
+            self.said.append(("block", [2]) if self.left else ("end",))
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
+        return self.said.pop(0)
+
+    def stop(self, kill: bool = False) -> None:
+        raise AssertionError("nobody ends the one that has the weights")
+
+    def close(self) -> None:
+        pass
+
+
+class Taker:
+    """A process that takes a twin's weights, and meets something when a message of a kind comes."""
+
+    def __init__(self, kind: str, error: Exception | None) -> None:
+        self.kind, self.error, self.said, self.took = kind, error, list[tuple[Any, ...]](), list[str]()
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        kind = message[0]
+        if kind == self.kind:
+            self.kind = "nothing more"
+            if self.error is None:
+                raise Gone
+            self.said.append(("failed", self.error))
+            return
+        self.took.append(kind)
+        self.said += {"block": [("taken",)], "end": [("synced",)]}.get(kind, [])
+
+    def receive(self, seconds: float | None = None) -> tuple[Any, ...]:
+        return self.said.pop(0)
+
+    def stop(self, kill: bool = False) -> None:
+        self.said.clear()
+        self.took.clear()
+
+    def close(self) -> None:
+        pass
+
+
+NO_MEMORY = EngineError("no memory", transient=True)
+
+
+# To the first two messages it answers nothing.
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [*((kind, None) for kind in ("take", "buffer", "block", "end")), ("block", NO_MEMORY), ("end", NO_MEMORY)],
+)
+def test_whoever_takes_weights_may_fail_anywhere_and_the_next_attempt_gets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, error: Exception | None
+) -> None:
+    group, lost = listening(tmp_path, monkeypatch, False)
+    taker, twin = Taker(kind, error), Twin()
+    group._processes[:] = [taker, twin]  # type: ignore[list-item]
+    monkeypatch.setattr(group, "_start", lambda which: None)
+    monkeypatch.setattr(group, "_weight_files", False)
+    group._holds_weights[:] = [False, True]
+    if error is not None:
+        with pytest.raises(EngineError, match="no memory"):
+            group.mend(3)
+        assert not lost
+    group.mend(3)
+    assert group.whole
+    assert taker.took == ["take", "buffer", "block", "block", "end"]
+    assert not twin.said, "nothing is left to be taken for another answer"
+    assert lost == ([0] if error is None else [])

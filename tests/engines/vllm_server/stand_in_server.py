@@ -56,6 +56,7 @@ class StandIn:
             "generation_config": "vllm",
             "device": "cpu",
             "chunked_prefill": False,
+            "altering": [],
         }
         self.extension = self.dev_mode = self.scale_out = self.tells_versions = True
         self.asked: list[int] = []

@@ -437,6 +437,9 @@ def test_what_a_server_lacks_is_named(server: StandIn) -> None:
     server.facts["logprobs_mode"] = "raw_logprobs"
     told("--logprobs-mode processed_logprobs")
     server.facts["logprobs_mode"] = "processed_logprobs"
+    server.facts["altering"] = ["speculative_config"]
+    told("start it without --speculative-config")
+    server.facts["altering"] = []
     server.facts["chunked_prefill"] = True
     told("--no-enable-chunked-prefill")
     server.facts["device"] = "cuda"

@@ -48,6 +48,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     process = make(tmp_path)
     yield process
     process.close()
+    process.log.unlink(missing_ok=True)
 
 
 def test_no_process_that_is_started_takes_itself_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +184,22 @@ def test_a_server_that_does_not_start_says_why(process: ServerProcess) -> None:
     process._command = [sys.executable, "-c", "print('no such option: --nonsense'); raise SystemExit(2)"]
     with pytest.raises(EngineError, match=r"ended before it was ready(.|\n)*no such option: --nonsense"):
         process.start(PATIENCE, lambda: False)
-    process.close()
-    assert "nonsense" in process.log.read_text(), "the message names the log"
     process._command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(EngineError, match="not ready after 1 s"):
         process.start(1, lambda: False)
     assert not process.running
+    process.close()
+    assert "nonsense" in process.log.read_text(), "the message names the log"
+    with pytest.raises(EngineError, match="the engine is closed"):
+        process.start(1, lambda: True)
+    assert not process.running
+
+
+def test_a_log_that_is_gone_is_an_empty_one(tmp_path: Path) -> None:
+    """A run that is given up while its engine starts has removed it before the start finds that it failed."""
+    log = ProcessLog(tmp_path)
+    log.close()
+    assert "The end of the log of the engine processes" in log.tail()
 
 
 def test_the_error_that_a_server_died_of_is_told_before_the_end_of_its_log(process: ServerProcess) -> None:
