@@ -128,6 +128,7 @@ def _check(value: Any, hint: Any, key: str, finite: bool) -> None:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         check_fields(value, key, finite=finite)
     elif isinstance(value, Mapping):
+        _check_names(value, options, key)
         for name, item, inner in _items_of_mapping(value, options):
             _check(item, inner, f"{key}.{name}", finite)
     elif isinstance(value, list | tuple):
@@ -216,6 +217,25 @@ def _options(hint: Any) -> tuple[tuple[Any, ...], Bound | None]:
 def _readable(options: tuple[Any, ...]) -> bool:
     """Tell whether all members are types as such, and no type variables or the like that may stand for null."""
     return all(isinstance(o, type) or typing.get_origin(o) is not None for o in options)
+
+
+def _check_names(value: Mapping[Any, Any], options: tuple[Any, ...], key: str) -> None:
+    """Refuse names that are no text, as YAML reads ``1``, ``on`` and ``~``, where the type wants text."""
+    arguments = [typing.get_args(option) for option in options if issubclass(_class_of(option), Mapping)]
+    if not arguments or any(not pair or pair[0] is not str for pair in arguments):
+        return
+    for name in value:
+        if not isinstance(name, str):
+            raise UserError(
+                f"{_name(key)} has the name {name!r}, which is no text",
+                where=f"{key}.{name}",
+                remedy="put it in quotes, if it is meant so",
+            )
+
+
+def _class_of(option: Any) -> type:
+    origin = typing.get_origin(option) or option
+    return origin if isinstance(origin, type) else object
 
 
 def _items_of_mapping(value: Mapping[Any, Any], options: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]]:

@@ -66,6 +66,24 @@ def test_what_is_in_range_passes(values):
     check_fields(Outer(**values), "top")
 
 
+@pytest.mark.parametrize("name", [1, None, True, 2.5])
+def test_names_that_yaml_does_not_read_as_text_are_refused(name):
+    @dataclass
+    class Named:
+        args: dict[str, Any] = field(default_factory=dict)
+        below: typing.Mapping[str, dict[str, float]] | None = None
+        by_number: dict[int, float] = field(default_factory=dict)
+        free: dict[Any, Any] = field(default_factory=dict)
+        plain: Any = None
+
+    typed = Named(by_number={1: 2.0}, free={name: 1}, plain={name: 1})
+    check_arguments(Named, dataclasses.asdict(typed), "top")
+    for values, key in (({"args": {"a": 1, name: 2}}, "args"), ({"below": {"a": {name: 2.0}}}, "below.a")):
+        with pytest.raises(UserError, match=f"the name {name!r}, which is no text") as caught:
+            check_arguments(Named, values, "top")
+        assert caught.value.where == f"top.{key}.{name}"
+
+
 def test_arguments_of_a_class_and_of_its_bases():
     class Base:
         def __init__(self, limit: float = 1.0, name: str = None) -> None: ...  # type: ignore[assignment]  # noqa: RUF013
