@@ -20,7 +20,7 @@ import torch
 from lit_grpo.commands.check.cost import gib
 from lit_grpo.commands.check.result import Result
 from lit_grpo.data.sources.benchmarks import BENCHMARKS
-from lit_grpo.engines.vllm.arguments import SPREAD
+from lit_grpo.engines.vllm.arguments import spread
 from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.objectives.objective import Objective
@@ -59,7 +59,7 @@ def needs(config: Mapping[str, Any]) -> list[Result]:
         config: the configuration of ``fit``, parsed, with every default filled in, as nested dictionaries.
 
     Raises:
-        UserError: the objective, the policy or the critic contradict themselves.
+        UserError: the objective, the policy or the critic contradict themselves, or a server's ranks are no numbers.
     """
     model, data, trainer = config["model"], config["data"], config["trainer"]
     policy = dataclass_from_dict(PolicyConfig, model["policy"])
@@ -329,9 +329,8 @@ def _weights_of_engine(engine: Mapping[str, Any], parameters: int) -> float:
     if not _cards_of_engines(engine):
         return 0.0
     # Ranks of data parallelism hold all of them too.
-    args = {name.replace("-", "_"): value for name, value in (engine.get("args") or {}).items()}
-    parts = (int(args.get(name) or 1) for name in SPREAD if name != "data_parallel_size")
-    return weights / math.prod(parts)
+    ranks = spread(engine.get("args") or {})
+    return weights * ranks["data_parallel_size"] / math.prod(ranks.values())
 
 
 def _state(policy: PolicyConfig, parameters: int, optimizer: OptimizerConfig) -> int:

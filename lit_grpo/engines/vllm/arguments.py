@@ -68,7 +68,6 @@ _SERVER_DECIDED = {
     "config": "its options are to be seen here, one by one",
     **dict.fromkeys(_LORA, "the weights come with adapters merged into them"),
 }
-
 _WHOLE = ("watermark",)
 """Options of ``vllm serve`` that each run may choose, and that another begins with which it may not."""
 
@@ -124,6 +123,28 @@ def check_alone(options: Mapping[str, Any]) -> None:
         )
 
 
+def spread(args: Mapping[str, Any]) -> dict[str, int]:
+    """Return over how many ranks of each kind a server spreads by its arguments, by the names of :data:`SPREAD`.
+
+    Raises:
+        UserError: one of them is no whole number from 1 on.
+    """
+    given = {_underscored(name): value for name, value in args.items()}
+    ranks = {name: 1 if given.get(name) is None else given[name] for name in SPREAD}
+    for name, value in ranks.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UserError(
+                f"{name} is {value!r}, must be a whole number from 1 on",
+                where=f"{KEY}.args.{name}",
+                remedy=f"{name}: 2",
+            )
+    return ranks
+
+
+def _underscored(name: str) -> str:
+    return name.replace("-", "_")
+
+
 def _check_names(
     args: Mapping[str, Any], places: Mapping[str, str], decided: Mapping[str, str], *, options: bool = False
 ) -> None:
@@ -137,7 +158,7 @@ def _check_names(
             (``speculative_config.method``) as well.
     """
     for given in args:
-        name, where = given.replace("-", "_"), f"{KEY}.args.{given}"
+        name, where = _underscored(given), f"{KEY}.args.{given}"
         if options:
             name = name.partition(".")[0]
             refused = (*places, *decided)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from lit_grpo.engines.vllm.arguments import SPREAD
+from lit_grpo.engines.vllm.arguments import spread
 from lit_grpo.engines.vllm.installed import KEY
 from lit_grpo.engines.vllm_server.launch import name_of_card
 from lit_grpo.errors import UserError
@@ -65,7 +66,7 @@ def check_server_cards(config: VLLMServerEngineConfig) -> None:
         )
     if len(set(named)) < len(named) or not named:
         raise UserError(f"{cards} names a card twice, or none", where=WHERE, remedy=_EXAMPLE)
-    needed = _cards_of_one(config.args)
+    needed = math.prod(spread(config.args).values())
     for part in cards:
         if len(part) != needed:
             raise UserError(
@@ -135,23 +136,3 @@ def check_apart(cards: Sequence[int], devices: Sequence[torch.device], where: st
             where=where,
             remedy="name other cards, or let fewer ranks learn (trainer.devices)",
         )
-
-
-def _cards_of_one(args: Mapping[str, Any]) -> int:
-    """Return how many cards one server spreads over by its arguments.
-
-    Raises:
-        UserError: one of them is no whole number from 1 on.
-    """
-    given = {name.replace("-", "_"): value for name, value in args.items()}
-    number = 1
-    for name in SPREAD:
-        value = 1 if given.get(name) is None else given[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(
-                f"{name} is {value!r}, must be a whole number from 1 on",
-                where=f"{KEY}.args.{name}",
-                remedy=f"{name}: 2",
-            )
-        number *= value
-    return number

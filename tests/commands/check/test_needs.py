@@ -11,6 +11,7 @@ import pytest
 from lit_grpo.commands.check import needs as module
 from lit_grpo.commands.check.needs import needs, processes, size_of
 from lit_grpo.commands.check.result import Result
+from lit_grpo.errors import UserError
 from lit_grpo.objectives import ObjectiveConfig
 from lit_grpo.policy.config import (
     CriticConfig,
@@ -112,6 +113,12 @@ def test_engines_on_cards_of_their_own_are_counted():
         assert found["cards"].values["cards"] == 6
         assert found["card memory"].values["engine_per_card"] == 7e9 * 2 / share
         assert found["card memory"].values["per_card"] == 7e9 * 16
+
+
+def test_ranks_of_a_server_that_are_no_number_are_refused():
+    engine = {"name": "vllm_server", "server": {"cards": [[1]]}, "args": {"tensor_parallel_size": "two"}}
+    with pytest.raises(UserError, match="tensor_parallel_size is 'two'"):
+        needs(settings(data={"engine": engine}))
 
 
 def test_several_processes_on_a_card_each_hold_the_weights():
