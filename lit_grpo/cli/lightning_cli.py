@@ -374,23 +374,21 @@ class TrainingCLI(LightningCLI):
 
 
 class ParseOnlyCLI(TrainingCLI):
-    """CLI that parses the configuration of ``fit`` and builds nothing of it.
+    """CLI that parses the configuration of ``fit``, has it read, and builds nothing of it.
 
     Args:
         argv: the arguments that ``fit`` would get.
         layers: the configuration files, already read.
+        read: is given the configuration, with every default filled in, as nested dictionaries. What it refuses is told
+            with file and line.
     """
 
-    def __init__(self, argv: Sequence[str], layers: Sequence[Layer]) -> None:
+    def __init__(self, argv: Sequence[str], layers: Sequence[Layer], read: Callable[[dict[str, Any]], None]) -> None:
+        self._read = read
         super().__init__("fit", argv, layers)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration with every default filled in, as nested dictionaries."""
-        return dict(self.config["fit"].as_dict())
-
     def instantiate_classes(self) -> None:
-        return
+        self._read(dict(self.config["fit"].as_dict()))
 
     def _run_subcommand(self, subcommand: str) -> None:
         return

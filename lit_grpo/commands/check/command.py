@@ -53,7 +53,8 @@ def run(command: str, argv: list[str]) -> int:
 
     about: dict[str, Any] = {"config": config_files(fit_argv, "fit"), "prompts": args.prompts}
     if args.needs:
-        needed = needs(ParseOnlyCLI(fit_argv, layers).settings)
+        needed = list[Result]()
+        ParseOnlyCLI(fit_argv, layers, lambda settings: needed.extend(needs(settings)))
         show(needed)
         if args.json:
             write_json(needed, Path(args.json), about)

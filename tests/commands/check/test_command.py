@@ -115,6 +115,17 @@ def test_bad_input(config, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
+def test_what_needs_refuses_is_told_with_file_and_line(config, capsys):
+    engine = "  engine: {name: vllm_server, args: {tensor_parallel_size: two}, server: {cards: [[1]]}}\n"
+    lines = CONFIG.splitlines(keepends=True)
+    data = next(i for i, line in enumerate(lines) if line.startswith("data:"))
+    config.write_text("".join([*lines[: data + 1], engine, *lines[data + 1 :]]))
+    assert main(["check", "--needs", "--config", "run.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert "tensor_parallel_size is 'two'" in shown
+    assert f"run.yaml:{data + 2}" in shown
+
+
 def test_supervised_fine_tuning_samples_nothing_to_look_at(config, tmp_path, monkeypatch):
     monkeypatch.setattr("lit_grpo.rollout.engine_start.make_engine", None)
     given = ["--model.objective.recipe", "sft", "--data.group_size", "1", "--json", "check.json"]
