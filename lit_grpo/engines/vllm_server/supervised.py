@@ -132,6 +132,7 @@ class Supervised:
         if process is None:
             return
         assert process.stdin is not None
+        # A thread that is not here may have had the object too, which then never closes its pipe.
         replace_by_nothing(process.stdin.fileno())
         # It is not this process's child, and is not waited for.
         process.returncode = 0
